@@ -38,11 +38,11 @@ ADAPTERS_COPIED_UNTIL = "2026-11-27T17:50"  # backward of adapters copied gradie
 # No forward hid the copies of moments in host memory, then one hid as many as three buffers let pass.
 FEWER_BUFFERS_UNTIL = "2026-11-28T11:29"
 # Forward ran beside updates and held whole layers' gradients, which those of vectors kept.
-FORWARD_HELD, FORWARD_HELD_UNTIL = "2026-11-28T08:39", "2026-11-28T19:04"
+HELD_IN_FORWARD = ("2026-11-28T08:39", "2026-11-28T19:04")
 LEFT_LATE_UNTIL = "2026-11-28T19:33"  # copies to the host ended in backward, also where layers kept whole follow
 COPIED_ALONE_UNTIL = "2026-11-28T21:20"  # FSDP2 on one rank copied each layer's gradient to where it stayed
-RUN_KEPT_UNTIL = "2026-11-29T08:10"  # an MLP in tiles held the normed states' gradient of the run before
 KEPT_IN_GROUPS_UNTIL = "2026-11-29T03:37"  # a group of layers kept attention's results on the GPU until its first layer
+RUN_KEPT_UNTIL = "2026-11-29T08:10"  # an MLP in tiles held the normed states' gradient of the run before
 WITHIN = {"seconds": 0.05, "allocated": 0.04, "reserved": 0.08}  # aims: of the median error of today's records
 HEADER = [
     "record", "judged", "method", "model", "seq_len", "cp_size", "kernel", "seconds", "predicted_seconds",
@@ -93,10 +93,11 @@ def gradients_in_place(settings: TrialSettings, started_at: str) -> bool:
     return started_at >= GRADIENTS_BESIDE_UNTIL or keeps_whole(settings)
 
 
-def as_little_in_forward(settings: TrialSettings, started_at: str) -> bool:
-    """Whether the forward of a record held no more than today's. Else its memory is listed and not judged."""
-    held = FORWARD_HELD <= started_at < FORWARD_HELD_UNTIL
-    return not held or not late_fraction(settings, settings.optimizer_offload)
+def allocates_as_today(settings: TrialSettings, started_at: str) -> bool:
+    """Whether a record is of today's engine, but for what `held_then` adds. Else its memory is listed, not judged."""
+    first, end = HELD_IN_FORWARD
+    in_forward = first <= started_at < end and late_fraction(settings, settings.optimizer_offload) > 0
+    return of_today(settings, started_at) and not in_forward
 
 
 def held_then(settings: TrialSettings, started_at: str) -> float:
@@ -104,37 +105,35 @@ def held_then(settings: TrialSettings, started_at: str) -> float:
     embedding and LM head, though its rank was alone; the last two tensors that layers computed again sent to the host
     had not left; groups of layers kept attention's results that backward had passed, and tiles of the MLP a gradient.
     """
-    model, lora, checkpoint = settings.model, settings.lora, settings.checkpoint
-    again = checkpoint.layers_again(model.layers)
+    shape, lora, checkpoint = settings.model, settings.lora, settings.checkpoint
+    again = checkpoint.layers_again(shape.layers)
     alone = settings.world_size == 1 and not keeps_whole(settings)
     copies = started_at < COPIED_ALONE_UNTIL and alone
-    left_late = started_at < LEFT_LATE_UNTIL and 0 < again < model.layers and checkpoint.offload != "none"
+    left_late = started_at < LEFT_LATE_UNTIL and 0 < again < shape.layers and checkpoint.offload != "none"
     in_groups = started_at < KEPT_IN_GROUPS_UNTIL and checkpoint.every > 1 and checkpoint.offload != "all"
     in_tiles = started_at < RUN_KEPT_UNTIL and settings.mlp_tiles > 1 and settings.plain_mlp
     if not (copies or left_late or in_groups or in_tiles):
         return 0.0
-    item = BYTES_OF[settings.dtype]
-    wide = max(4, item)
-    of_layer = wide * (model.largest_layer if lora is None else adapter_parameters(model, lora))
-    of_table = wide * model.vocab * model.hidden if lora is None else 0
-    tokens = settings.seq_len * settings.batch_size / settings.cp_size
-    of_attention = tokens * model.heads * (item * model.output_dim + 4)  # with its LSE
-    leaving = item * tokens * model.hidden
-    of_run = item * tokens * min(model.hidden, model.ffn) / settings.mlp_tiles
-    leaving += leaving if checkpoint.offload == "inputs" else checkpoint.tail * of_attention
+    model = MemoryModel(settings)
+    wide = max(4, BYTES_OF[settings.dtype])
+    of_layer = wide * (shape.largest_layer if lora is None else adapter_parameters(shape, lora))
+    of_table = wide * shape.vocab * shape.hidden if lora is None else 0
+    of_attention = checkpoint.tail * model.attention_result
+    of_run = model.hidden_state * min(1.0, shape.ffn / shape.hidden) / settings.mlp_tiles
+    leaving = model.hidden_state + (model.hidden_state if checkpoint.offload == "inputs" else of_attention)
 
     def held(moment: str) -> float:
         before = moment in ("LM head", "backward of the last layer") or moment.endswith(" kept whole")
         found = leaving if left_late and before else 0.0
         if in_groups and moment == "backward of the first layer":
-            found += (min(checkpoint.every, again) - 1) * checkpoint.tail * of_attention
+            found += (min(checkpoint.every, again) - 1) * of_attention
         if moment in ("LM head", "backward of the embedding"):
             return found + of_table * copies
         if moment.startswith("backward"):
             found += of_layer * copies + of_run * in_tiles
         return found
 
-    moments = MemoryModel(settings).by_moment(memory_settings_of(settings))
+    moments = model.by_moment(memory_settings_of(settings))
     return max(nbytes + held(moment) for moment, nbytes in moments.items()) - max(moments.values())
 
 
@@ -158,7 +157,7 @@ def compared_records() -> list[RecordPrediction]:
         if expected.seconds is None or expected.gpu_gib is None or expected.reserved_gib is None:
             continue
         more = held_then(settings, record.started_at) / GIB
-        as_allocated = today and as_little_in_forward(settings, record.started_at)
+        as_allocated = allocates_as_today(settings, record.started_at)
         found.append(
             RecordPrediction(
                 record=f"{run.report_dir.relative_to(PUBLISHED)}/{record.trial_id}",

@@ -122,13 +122,21 @@ def peak(kv_heads: int, checkpoint: Checkpoint, projection_tiles: int = TILES) -
     return peak_of(trial(checkpoint, projection_tiles, kv_heads=kv_heads))
 
 
+def model_of(settings: TrialSettings) -> tuple[Decoder, Recompute | None]:
+    """The trial's model in bf16, with gradients, and what keeps its activations."""
+    model = Decoder(settings.model)
+    if settings.lora is not None:
+        model.adapt(settings.lora, torch.bfloat16)
+    model.bfloat16()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    return model, set_layers(model, settings, METHOD.attention(ContextParallel.single(), settings))
+
+
 def peak_of(settings: TrialSettings) -> float:
     """Bytes that live at once in the backward of a few layers, over those of one hidden state of all tokens."""
     shape = settings.model
-    model = Decoder(shape).bfloat16()
-    keeper = set_layers(model, settings, METHOD.attention(ContextParallel.single(), settings))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    model, keeper = model_of(settings)
     tokens = torch.randint(shape.vocab, (1, TOKENS))
     with LiveBytes() as live:
         x_BLE = model.embedding(tokens)
@@ -203,8 +211,7 @@ def test_a_forward_holds_what_the_planner_counts(
     monkeypatch.setattr(products, "swiglu", lambda gate, up: torch.empty_like(gate))  # one kernel
     settings = trial(Checkpoint(**{"offload": "all", "whole_layers": whole} | changes), kv_heads=1, ffn=of_mlp["ffn"])
     settings = dataclasses.replace(settings, mlp_tiles=of_mlp.get("mlp_tiles", TILES))
-    model = Decoder(settings.model).bfloat16()
-    keeper = set_layers(model, settings, METHOD.attention(ContextParallel.single(), settings))
+    model, keeper = model_of(settings)
     counted, choice = MemoryModel(settings), memory_settings_of(settings)
     [kind], again = counted._kinds, len(model.blocks) - whole
     _, attention, _ = counted._kept(settings.checkpoint)
@@ -229,8 +236,7 @@ def test_a_backward_waits_for_no_copy_of_its_own_and_finds_those_of_forward_over
     changes: dict[str, Any], copying: None
 ) -> None:
     settings = trial(Checkpoint(**{"offload": "all", "whole_layers": 2} | changes), kv_heads=1)
-    model = Decoder(settings.model).bfloat16()
-    keeper = set_layers(model, settings, METHOD.attention(ContextParallel.single(), settings))
+    model, keeper = model_of(settings)
     x_BLE = model.embedding(torch.randint(settings.model.vocab, (1, TOKENS)))
     half = settings.model.rotated_dim // 2
     for block in model.blocks:
@@ -286,13 +292,7 @@ def in_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def peaks_of(settings: TrialSettings) -> list[float]:
     """Bytes that live at once in each layer's backward, the last one's first, in hidden states of all tokens."""
     shape, found = settings.model, []
-    model = Decoder(shape).bfloat16()
-    if settings.lora is not None:
-        model.adapt(settings.lora, torch.bfloat16)
-        model.bfloat16()
-    keeper = set_layers(model, settings, METHOD.attention(ContextParallel.single(), settings))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    model, keeper = model_of(settings)
     with LiveBytes() as live:
 
         def passed(_: Tensor | None = None) -> None:

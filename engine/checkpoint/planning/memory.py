@@ -347,6 +347,16 @@ class MemoryModel:
         return len(self._kinds) == 1
 
     @property
+    def hidden_state(self) -> float:
+        """Bytes of one hidden state of all tokens of the rank."""
+        return self._state
+
+    @property
+    def attention_result(self) -> float:
+        """Bytes of one layer's attention output and LSE."""
+        return self._output + self._lse
+
+    @property
     def has_slots(self) -> bool:
         """Whether a rank holds slots to receive into, of which there may be more or fewer by the tail that is kept."""
         return any(map(self._slots_of, _CALLS))
@@ -557,13 +567,14 @@ class MemoryModel:
         layers are alike, that and gradients change from group to group by as much each time, and within one too, but
         for inputs that `bisect` keeps on the device."""
         every = checkpoint.every
-        if every < 2 or not self.alike:
-            return tuple(range(again)) if every > 1 else ()
+        if every < 2:
+            return ()
+        if not self.alike:
+            return tuple(range(again))
         starts = {0, max(0, again // every - 1) * every, (again - 1) // every * every}
-        groups = [range(start, min(start + every, again)) for start in sorted(starts) if start < again]
-        if checkpoint.replay == "bisect" and checkpoint.offload == "none":
-            return tuple(dict.fromkeys(itertools.chain(*groups)))
-        return tuple(dict.fromkeys(place for group in groups for place in (group[0], group[-1])))
+        groups = [range(start, min(start + every, again)) for start in starts if start < again]
+        all_of = checkpoint.replay == "bisect" and checkpoint.offload == "none"
+        return tuple(sorted({place for group in groups for place in (group if all_of else (group[0], group[-1]))}))
 
     def _gradients(self, layer: int, choice: MemorySettings) -> float:
         """Sharded gradients when the backward of `layer`, counted from 0, begins: the head's and later layers'."""
@@ -604,7 +615,7 @@ class MemoryModel:
         if not again:
             return 0.0, 0.0, 0.0
         inputs = group_starts(checkpoint, again) * self._state
-        attention = self._attention_of(again) * checkpoint.tail * (self._output + self._lse)
+        attention = self._attention_of(again) * checkpoint.tail * self.attention_result
         host = 0.0
         if checkpoint.offload != "none":
             inputs, host = 0.0, inputs_in_store(checkpoint, again) * self._state
@@ -665,7 +676,7 @@ class MemoryModel:
         else:
             heads = self._query + self._keys
             formed = heads + (self._state + heads) / choice.projection_tiles  # before and after their rotation
-            out = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
+            out = self._output_again(checkpoint)
             attending = self._expanded / 2 + self._gated + out + min(self._keys, self._received_beside(checkpoint))
             mixer = max(formed, heads + attending)
         # Beside its input and its output, and in tiles one run's: of the first matrices and of what the last one takes.
@@ -675,7 +686,11 @@ class MemoryModel:
 
     def _attention_put(self, checkpoint: Checkpoint) -> float:
         """What a layer's attention sends to the host."""
-        return checkpoint.tail * (self._output + self._lse) if checkpoint.offload == "all" else 0.0
+        return checkpoint.tail * self.attention_result if checkpoint.offload == "all" else 0.0
+
+    def _output_again(self, checkpoint: Checkpoint) -> float:
+        """Attention's output of a layer that is computed again, where it is not the one that is kept on the device."""
+        return self._output if checkpoint.tail < 1 or checkpoint.offload == "all" else 0.0
 
     def _whole_layer(
         self, choice: MemorySettings, kind: _Kind, mlp_sums: float, least: bool, coming: float = 0.0
@@ -686,7 +701,8 @@ class MemoryModel:
         return max(of_mlp, self._in_mixer(choice, kind) - self._saved_mlp(choice, kind) + coming)
 
     def _in_whole_mlp(self, choice: MemorySettings, mlp_sums: float, least: bool) -> float:
-        """The backward of its MLP: gradients before and after, and what one run holds; `least`: the gradients alone."""
+        """The backward of its MLP: gradients before and after, and what one run holds; `least`: no more than with any
+        part of its products kept."""
         mlp, tiles = choice.checkpoint.mlp, choice.mlp_tiles
         run = 1 / tiles
         again, saved = min(run, 1 - mlp), min(run, mlp)
@@ -699,10 +715,10 @@ class MemoryModel:
                 return self._state if least else of_saved + sums
             # The gradient of what both parts were given is as long as all tokens.
             joined = (1 - mlp) * self._state if mlp else 0.0
-            of_run = self._by_autograd * again * self._mlp_state - mlp * self._saved_products
-            return sums + max(of_saved, 2 * (1 + again) * self._state + joined + of_run)
-        if least:
-            return 2 * self._state
+            formed = self._by_autograd * again * self._mlp_state - mlp * self._saved_products
+            return sums + max(of_saved, 2 * (1 + again) * self._state + joined + formed)
+        if least:  # of a run of half of the tokens or fewer there is one, whatever is kept
+            return 2 * self._state + min(run, 0.5) * self._of_run
         # Gradient of the product, then products again, in whose place their gradients are formed. Of saved products as
         # much: what they give takes the place of its gradient, or in an MLP without gate the products' gradient does.
         longest = max(again, saved)
@@ -727,11 +743,11 @@ class MemoryModel:
         coming = 0.0 if earlier else coming
         # Its input and those of the earlier ones, which are not among the saved tensors but for the group's first on
         # the device; and attention's results of these, where they are not those that are kept.
-        on_device, copied = checkpoint.offload == "none", checkpoint.tail < 1 or checkpoint.offload == "all"
+        on_device, output = checkpoint.offload == "none", self._output_again(checkpoint)
         if checkpoint.replay == "hold":
             inputs = (earlier + (not on_device)) * self._state
             attending = self._attention_of(place) - self._attention_of(place - earlier)
-            inputs += attending * copied * (self._output + self._lse)
+            inputs += attending * (self.attention_result if output else 0.0)
         else:
             between = kept_at_once(checkpoint, earlier + 1) if on_device else 0
             inputs = (between + (earlier > 0 or not on_device)) * self._state
@@ -751,7 +767,6 @@ class MemoryModel:
             mlp = 0.0
         if kind.linear:
             return inputs + self._mixer.saved + max(mlp, self._in_mixer(choice, kind) + coming)
-        output = copied * self._output
         if choice.head_groups > 1:
             # Of all heads the output's gradient, those of q, k and v, and the residual's. Then the output is gone, in
             # whose place the gradient of q may be, and that of the input is formed.

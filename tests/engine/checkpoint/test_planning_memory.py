@@ -17,7 +17,7 @@ from engine.rope import DEFAULT_BASE
 from engine.settings import Checkpoint, TrialSettings, from_json
 from engine.shape import ModelShape
 from harness.metrics.hardware import hardware_for
-from harness.plan.own_records import as_little_in_forward, gradients_in_place, held_then, of_today
+from harness.plan.own_records import allocates_as_today, gradients_in_place, held_then
 from harness.spec.models import named_model
 from tests.published import stored_records
 
@@ -32,7 +32,7 @@ def trained() -> list[tuple[str, TrialSettings, dict[str, Any], bool, float]]:
         settings = from_json(TrialSettings, record["settings"])
         if settings.task != "train" or settings.method.endswith("_upstream"):
             continue
-        if not (of_today(settings, record["started_at"]) and as_little_in_forward(settings, record["started_at"])):
+        if not allocates_as_today(settings, record["started_at"]):
             continue
         if run.startswith("h") and record["status"] == "ok" and record["measurement"]["peak_allocated_bytes"]:
             in_place = gradients_in_place(settings, record["started_at"])

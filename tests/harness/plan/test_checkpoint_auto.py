@@ -197,7 +197,10 @@ def test_settings_by_hand_that_take_more_than_host_memory_are_refused(tmp_path: 
     assert only(tmp_path, by_hand, "fixed.host_memory=64GiB").unsupported_reason is None
     reason = only(tmp_path, by_hand, "fixed.host_memory=3GiB").unsupported_reason
     assert reason is not None
-    assert re.search(r"[\d.]+ GiB of its host's memory, and host_memory is 3GiB; allow more", reason)
+    of_gpu = r"([\d.]+ GiB of its GPU, where memory is \w+, and )?"
+    assert re.search(
+        rf"a rank would hold about {of_gpu}[\d.]+ GiB of its host's memory, and host_memory is 3GiB; allow more", reason
+    )
     with pytest.raises(UsageError, match=r"host_memory is .*; expected a size with its unit"):
         only(tmp_path, "fixed.host_memory=64")
 
